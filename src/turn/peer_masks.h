@@ -7,12 +7,11 @@
 // A rank that waits for a peer which has masked it would wait in vain, so it masks that peer as
 // well. A peer that has unmasked it again is out of step with it until both have been in a reset.
 //
-// Of ranks on other machines it is messages that tell: see refuse() and cut_off(), which the thread
-// that takes them in calls, and take_back(). A message may overtake others, so whether a wait for
-// such a rank is in vain is told of each operation apart.
+// Of ranks on other machines it is messages that tell: see note_masked_by() and cut_off(), which
+// the thread that takes them in calls, and take_back(). A message may overtake others, so whether a
+// wait for such a rank is in vain is told of each operation apart.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -24,6 +23,7 @@
 #include "base/rank_bits.h"
 #include "comm/comm.h"
 #include "comm/near_memory.h"
+#include "turn/goodbye.h"
 
 namespace xd::turn {
 
@@ -49,7 +49,7 @@ class PeerMasks {
     for (const NearRank peer : comm_.hosts().peers()) {
       if (standing_at(peer) != Standing::in_step) ranks.add(peer);
     }
-    return ranks | refusing_.all();
+    return ranks | masked_by_.all();
   }
 
   // False if the peer has masked this rank. If it is true, all that this rank has read before was
@@ -73,15 +73,15 @@ class PeerMasks {
   void take_back(int peer) {
     const std::lock_guard lock(changing_);
     if (masked().has(peer)) return;
-    refusing_.remove(peer);
-    refused_.remove(peer);
+    masked_by_.remove(peer);
+    left_out_.remove(peer);
     set(peer, Standing::in_step);
   }
 
   // A remote rank has told that it leaves this rank out, or does not keep step with it.
-  void refuse(int remote_rank) { refusing_.add(remote_rank); }
+  void note_masked_by(int remote_rank) { masked_by_.add(remote_rank); }
   // The ranks that this one has masked since it was last in step with them, for messages to tell.
-  RankBits refused() const { return refused_.all(); }
+  RankBits left_out() const { return left_out_.all(); }
   // Nothing comes from a remote rank any more, nor goes there.
   void cut_off(int remote_rank) { cut_off_.add(remote_rank); }
   bool is_cut_off(int remote_rank) const { return cut_off_.all().has(remote_rank); }
@@ -94,22 +94,16 @@ class PeerMasks {
   bool is_out_of_step(int peer) const { return masked().has(peer) || !still_in_step(peer); }
 
   // The deadline of all waits of an operation, or of one half.
-  Deadline deadline() const {
-    return rules_.timeout_ms != 0 ? Deadline::after_ms(rules_.timeout_ms) : comm_.deadline();
-  }
+  Deadline deadline() const { return Deadline::after_ms(wait_ms()); }
   // The deadline of waits for steps that a peer does behind waits of its own. Where ranks may be
   // masked there is time for one of those: a peer that is not late itself is not masked because it
   // waits for one that is.
   Deadline deadline_behind_waits() const {
     if (!rules_.masks_lost_peers) return deadline();
-    const int each = timeout_ms() != 0 ? timeout_ms() : comm_.timeout_ms();
-    return Deadline::after_ms(std::int64_t{2} * each);
+    return Deadline::after_ms(std::int64_t{2} * wait_ms());
   }
   // The deadline of waits that are for others alone: well before those of others' own waits.
-  Deadline patience() const {
-    const int each = timeout_ms() != 0 ? timeout_ms() : comm_.timeout_ms();
-    return Deadline::after_ms(each / 4);
-  }
+  Deadline patience() const { return Deadline::after_ms(wait_ms() / 4); }
   int timeout_ms() const { return rules_.timeout_ms; }
   bool masks_lost_peers() const { return rules_.masks_lost_peers; }
 
@@ -147,30 +141,9 @@ class PeerMasks {
     return wait_unless(peer, site, ready, seen, [] { return false; });
   }
 
-  // A rank's goodbye may overtake what it has sent to another machine before. Its words come all
-  // the same, so there is some time for them.
-  class Goodbye {
-   public:
-    Goodbye(const Comm& comm, int rank) : comm_(comm), rank_(rank) {}
-    // The rank has left, and that time is over.
-    bool is_over() {
-      constexpr int kBehindGoodbyeMs = 5000;
-      if (!has_left_ && comm_.errors().left(rank_)) {
-        has_left_ = true;
-        patience_ = Deadline::after_ms(std::min(kBehindGoodbyeMs, comm_.timeout_ms()));
-      }
-      return has_left_ && patience_.passed();
-    }
-
-   private:
-    const Comm& comm_;
-    const int rank_;
-    bool has_left_ = false;
-    Deadline patience_{Deadline::Clock::time_point{}};
-  };
-
  private:
-  // Ranks that one thread adds and removes, and any thread reads.
+  // Any thread. Nobody reads anything else because of a rank that is in it, so no order is needed
+  // beyond the one that begin() of HostPipeline makes.
   class Ranks {
    public:
     RankBits all() const { return {word_[0].load(), word_[1].load()}; }
@@ -182,17 +155,18 @@ class PeerMasks {
     std::array<std::atomic<std::uint64_t>, 2> word_{};
   };
 
+  int wait_ms() const { return timeout_ms() != 0 ? timeout_ms() : comm_.timeout_ms(); }
   Standing standing_at(int peer) const {
     if (const auto near = comm_.hosts().find_near(peer))
       return static_cast<Standing>(word(comm_.hosts().self(), *near).seen());
-    return refusing_.all().has(peer) || is_cut_off(peer) ? Standing::masked : Standing::in_step;
+    return masked_by_.all().has(peer) || is_cut_off(peer) ? Standing::masked : Standing::in_step;
   }
   NearMemory word(NearRank owner, int source) const {
     return areas_.of(owner).from(words_ + at(source) * sizeof(std::uint64_t));
   }
   void set(int peer, Standing standing) {
     standing == Standing::masked ? masked_.add(peer) : masked_.remove(peer);
-    if (standing == Standing::masked) refused_.add(peer);
+    if (standing == Standing::masked) left_out_.add(peer);
     if (const auto near = comm_.hosts().find_near(peer)) {
       word(*near, comm_.rank()).signal(static_cast<std::uint64_t>(standing));
       comm_.ring(*near);
@@ -205,7 +179,7 @@ class PeerMasks {
   const NearTable areas_;
   const std::uint64_t words_;
   std::mutex changing_;
-  Ranks masked_, refused_, refusing_, cut_off_;
+  Ranks masked_, left_out_, masked_by_, cut_off_;
 };
 
 }  // namespace xd::turn

@@ -11,6 +11,7 @@
 #include "conformance/said.h"
 #include "faults/processes.h"
 #include "faults/view_program.h"
+#include "faults/waiting.h"
 
 namespace xd::test {
 namespace {
@@ -100,7 +101,7 @@ void expect_left_out_and_taken_in(Processes& ranks, int late) {
 
 RankProgram impatient(bool apart) {
   RankProgram program = agreeing(1, apart);
-  program.wait_timeout_ms = 400;
+  program.wait_timeout_ms = kLateMs;
   program.calls = 2;
   return program;
 }
@@ -159,7 +160,7 @@ TEST(Minority, EndsWithItsLossAndHalfWithTheLowestRankGoesOn) {
   for (const int victim : {0, 1}) {
     SCOPED_TRACE("rank " + std::to_string(victim) + " dies");
     RankProgram program = agreeing(1, true);
-    program.wait_timeout_ms = 300;
+    program.wait_timeout_ms = kLateMs;
     Processes ranks(program, {{0}, {1}});
     ranks.start();
     for (int rank = 0; rank < 2; ++rank) ranks.wait_for_progress(rank);

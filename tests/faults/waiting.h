@@ -20,6 +20,9 @@ constexpr auto kMoment = milliseconds(30);  // enough to enter a call
 // All must be over within a second, as is promised; where many tests share few cores, the ranks
 // must have run as well. It stays far below kLongTimeoutMs.
 inline const auto kLimit = std::chrono::seconds(std::thread::hardware_concurrency() < 8 ? 3 : 1);
+// Of groups and communicators that go on without a rank that is late: healthy ranks must not be
+// late for one another while a busy machine holds one up.
+inline const int kLateMs = std::thread::hardware_concurrency() < 8 ? 2000 : 500;
 constexpr int kShortTimeoutMs = 600;
 constexpr int kLongTimeoutMs = 30000;
 

@@ -12,6 +12,15 @@ namespace {
 
 using net::Links;
 
+// Until done() says so, while both poll.
+template <class Done>
+void drive(Links& links, Links& peer, Done&& done) {
+  links.wait_for(Deadline::after_ms(kGenerousMs), -1, "the test", [&] {
+    peer.poll();
+    return done();
+  });
+}
+
 TEST(LostNeighbours, AreNoFailureOfLinksThatOutliveThem) {
   constexpr int kGone = 1, kHere = 0;  // neighbours of rank 0: ranks 2 and 1
   Fleet fleet(net::make_in_process_engines(3), config_of(2, 64));
@@ -21,7 +30,8 @@ TEST(LostNeighbours, AreNoFailureOfLinksThatOutliveThem) {
   links.outlive_neighbours();
   const auto under_way = links.take(kGone), unsent = links.take(kGone);
   links.send(*under_way, 1);
-  while (!links.is_lost(kGone)) links.poll();
+  Links& peer = *fleet.links[1];
+  drive(links, peer, [&] { return links.is_lost(kGone); });
   EXPECT_FALSE(links.is_lost(kHere));
   EXPECT_FALSE(links.holds_back(kGone));
   EXPECT_EQ(links.first_unread(), -1);
@@ -36,19 +46,11 @@ TEST(LostNeighbours, AreNoFailureOfLinksThatOutliveThem) {
     const auto frame = links.take(kHere);
     ASSERT_TRUE(frame);
     links.send(*frame, 1);
-    Links& peer = *fleet.links[1];
     std::optional<Links::Chunk> chunk;
-    while (!chunk) {
-      links.poll();
-      peer.poll();
-      chunk = peer.next(0);
-    }
+    drive(links, peer, [&] { return (chunk = peer.next(0)).has_value(); });
     EXPECT_EQ(chunk->bytes.size(), 1u);
     peer.give_back(*chunk);
-    while (!links.is_free(kHere, frame->frame)) {
-      links.poll();
-      peer.poll();
-    }
+    drive(links, peer, [&] { return links.is_free(kHere, frame->frame); });
   }
 }
 

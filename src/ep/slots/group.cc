@@ -42,8 +42,6 @@ LlGroup::LlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* config)
   if (config_.masks_lost_peers) {
     comm().note_group_wait(config_.wait_timeout_ms != 0 ? config_.wait_timeout_ms
                                                         : comm().timeout_ms());
-    if (comm().device().device_type != kDLCPU)
-      comm().require_all_near("low latency with on_peer_loss = XD_LL_PEER_LOSS_MASK on GPUs");
   }
 }
 

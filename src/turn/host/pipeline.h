@@ -12,6 +12,7 @@
 #include "base/math.h"
 #include "base/rank_bits.h"
 #include "observe/subject.h"
+#include "turn/goodbye.h"
 #include "turn/host/cells.h"
 #include "turn/host/remote_pipeline.h"
 #include "turn/peer_masks.h"
@@ -66,7 +67,8 @@ class HostPipeline : public HostCells<Record> {
   // uses again: from here on this rank may write into that stage of their memory. The pipeline is
   // not full.
   void begin();
-  // Tells near ranks. The family sends remote ones their messages, which have the record.
+  // Tells near ranks, and remote ones that are not of the company. The family sends the other
+  // remote ones their messages, which have the record.
   void enter(const Record& record);
   const Record& sent_record() const { return held(sent_).own; }
   // The peers that take part in the operation sent(): those that were not masked when it began, and
@@ -262,6 +264,9 @@ void HostPipeline<Record>::enter(const Record& record) {
   for (const NearRank peer : peers()) {
     if (company().has(peer)) this->post_entry(peer, sent_, record);
   }
+  if (remote_ == nullptr) return;
+  for (const int rank : remote_->ranks())
+    if (!company().has(rank)) remote_->tell_outsider(rank);
 }
 
 template <class Record>
@@ -337,7 +342,7 @@ template <class Record>
 template <class Ready, class Seen>
 bool HostPipeline<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
   site.needs_all_ranks = true;
-  PeerMasks::Goodbye goodbye(this->comm(), rank);
+  Goodbye goodbye(this->comm(), rank);
   this->comm().wait_for(
       this->self(), site, [&] { return ready() || goodbye.is_over(); }, seen,
       [rank] { return rank; });

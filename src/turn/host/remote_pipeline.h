@@ -27,6 +27,9 @@ class RemotePipeline {
   virtual bool has_sent(int rank, std::uint64_t epoch) const = 0;
   // Whether the rank's message with its entry is here; it stays until leave().
   virtual bool holds(int rank, std::uint64_t epoch) const = 0;
+  // Tells a rank that is not of the company that this one goes on without it, as soon as that can
+  // be done.
+  virtual void tell_outsider(int rank) = 0;
   // Whether this rank leaves that one out from this very operation on, and the message that tells
   // it of that may not arrive if this rank does nothing more.
   virtual bool is_telling(int rank, std::uint64_t epoch) const = 0;

@@ -68,7 +68,8 @@ class HostReset {
     others_.insert(others_.end(), remote.ranks().begin(), remote.ranks().end());
     said_.resize(at(comm_.num_ranks()));
   }
-  // Takes in what a remote rank has said, which its message has brought.
+  // Takes in what a remote rank has said, which its message has brought. The thread of run() calls
+  // it, and nobody else looks into this cell.
   void bring(int source, std::size_t round, const ResetRound& said) const {
     const NearMemory cell =
         areas_.of(comm_.hosts().self())

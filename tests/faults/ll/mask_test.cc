@@ -11,6 +11,7 @@
 
 #include "faults/ll/program.h"
 #include "faults/processes.h"
+#include "faults/waiting.h"
 
 namespace xd::test {
 namespace {
@@ -21,7 +22,6 @@ using std::chrono::milliseconds;
 // one GPU for all that they do afterwards.
 constexpr int kVictim = 2;
 constexpr std::array kSurvivors{0, 1};
-constexpr auto kSlack = milliseconds(1000);  // of a machine that does other things as well
 
 RankProgram masked_program(int wait_timeout_ms, bool apart) {
   RankProgram program;
@@ -53,8 +53,7 @@ class LlMaskedProcess : public testing::TestWithParam<std::tuple<int, bool>> {
 // Its memory is there, and nothing is written: only the timeout tells. It goes on in the middle of
 // whatever it was doing, and the others do not mind.
 TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
-  constexpr milliseconds kTimeout(500);
-  Processes ranks(masked_program(static_cast<int>(kTimeout.count()), apart()), {{0}, {1}, {2}});
+  Processes ranks(masked_program(kLateMs, apart()), {{0}, {1}, {2}});
   ranks.start();
   ranks.wait_for_progress(kVictim);
   wait_for_moment();
@@ -62,7 +61,7 @@ TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
   ranks.stop(kVictim);
   for (const int survivor : kSurvivors) {
     ranks.wait_for_progress(survivor);
-    ranks.expect_loss(survivor, kVictim, since, kTimeout + kSlack);
+    ranks.expect_loss(survivor, kVictim, since, milliseconds(kLateMs) + kLimit);
   }
   ranks.resume(kVictim);
   const Result itself = ranks.wait_for_result(kVictim);
@@ -82,7 +81,7 @@ TEST_P(LlMaskedProcess, ThatIsKilledIsLeftOutAtOnceByAll) {
   const auto since = ranks.kill(kVictim);
   for (const int survivor : kSurvivors) {
     ranks.wait_for_progress(survivor);
-    ranks.expect_loss(survivor, kVictim, since, kSlack);
+    ranks.expect_loss(survivor, kVictim, since, kLimit);
     EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
   }
 }

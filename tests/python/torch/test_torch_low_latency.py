@@ -513,7 +513,7 @@ def test_results_beside_bad_ids_are_complete(me: Rank) -> None:
 def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
     batch = Batch(SEED, me.num_ranks)
     with xd.init() as comm, torch.no_grad():
-        group = make_group(dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=500)
+        group = make_group(dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=2000)
         local = batch.local(me.rank)
         _still_usable(group, me)
         comm.barrier()

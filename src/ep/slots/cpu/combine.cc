@@ -140,33 +140,27 @@ void LlCombine::send(bool stage_own) {
 // A remote rank gets those of all tokens, as the record goes to every rank.
 void LlCombine::send_remote_weights() const {
   const std::size_t bytes = at(plan_.tokens()) * at(plan_.topk()) * sizeof(float);
-  for (const int rank : context_.remote->ranks()) {
-    if (!context_.pipeline.company().has(rank)) continue;
+  context_.remote->for_company([&](int rank) {
     std::memcpy(context_.remote->open(rank, Part::entry), send_.topk_weights.data, bytes);
     context_.remote->send(rank, Part::entry, at(plan_.tokens()), bytes);
-  }
+  });
 }
 
 void LlCombine::open_remote_sums() {
-  for (const int rank : context_.remote->ranks()) {
+  context_.remote->for_company([this](int rank) {
     context_.scratch.listed[at(rank)] = 0;
-    if (!context_.pipeline.company().has(rank)) continue;
     context_.scratch.bodies[at(rank)] =
         context_.remote->open(rank, sums_part(bool{send_.topk_weights}));
-  }
+  });
 }
 
 void LlCombine::send_remote_sums() const {
   const LlRemoteSums layout{.row_bytes = send_.sum_bytes()};
-  for (const int rank : context_.remote->ranks()) {
-    if (!context_.pipeline.company().has(rank)) {
-      context_.remote->tell_outsider(rank);
-      continue;
-    }
+  context_.remote->for_company([&](int rank) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
     context_.remote->send(rank, sums_part(bool{send_.topk_weights}), items,
                           items * layout.item_bytes());
-  }
+  });
 }
 
 void LlCombine::send_weights() const {

@@ -65,22 +65,17 @@ LlRemoteRows LlDispatch::message_layout(const LlRecord& record) {
 }
 
 void LlDispatch::open_messages() {
-  for (const int rank : context_.remote->ranks()) {
-    if (!context_.pipeline.company().has(rank)) continue;
+  context_.remote->for_company([this](int rank) {
     context_.scratch.bodies[at(rank)] = context_.remote->open(rank, LlRemotePipeline::Part::entry);
-  }
+  });
 }
 
 void LlDispatch::send_messages() const {
-  for (const int rank : context_.remote->ranks()) {
-    if (!context_.pipeline.company().has(rank)) {
-      context_.remote->tell_outsider(rank);
-      continue;
-    }
+  context_.remote->for_company([this](int rank) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
     context_.remote->send(rank, LlRemotePipeline::Part::entry, items,
                           items * sending_.item_bytes());
-  }
+  });
 }
 
 // Writes the token's items.

@@ -208,7 +208,10 @@ CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(device_id())),
       sizes_(sizes_of(config())) {
-  if (!comm().hosts().all_are_near()) require_no_wires(config());  // equal on all ranks
+  // Both are equal on all ranks.
+  if (!comm().hosts().all_are_near()) require_no_wires(config());
+  if (config().masks_lost_peers)
+    comm().require_all_near("low latency with on_peer_loss = XD_LL_PEER_LOSS_MASK on GPUs");
   sizes_.rows_last = !comm().hosts().all_are_near();
   share_memory();
   if (!comm().hosts().all_are_near()) {

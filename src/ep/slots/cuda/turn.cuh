@@ -332,6 +332,7 @@ XD_LL_MEMBER(bool)::take_together(std::uint64_t epoch) const {
       reinterpret_cast<std::uint64_t*>(&s_.record[source])[word_at] = word;
     }
   }
+  __syncwarp();  // each lane has written words that others read
   return true;
 }
 

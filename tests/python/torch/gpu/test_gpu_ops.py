@@ -169,7 +169,7 @@ def test_a_captured_step_finds_the_loss_that_has_spoiled_it(me: Rank) -> None:
     batch, late = low_latency.Batch(SEED, me.num_ranks), me.num_ranks - 1
     with join(me) as comm, torch.no_grad():
         group = low_latency.make_group(
-            dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=500
+            dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=2000
         )
         local = [part.cuda() for part in batch.local(me.rank)]
         gains = torch.from_numpy(factors(group.num_local_experts)).to("cuda", torch.float32)

@@ -71,20 +71,16 @@ void LlRemotePipeline::send(int rank, Part part, std::uint64_t items, std::size_
                         .items = static_cast<std::uint32_t>(items),
                         .item_bytes = 0,
                         .record = pipeline_.sent_record()};
-  header.record.mask = header.record.mask | remote_.masks_.refused();
+  header.record.mask = header.record.mask | remote_.masks_.left_out();
   std::memcpy(frame.bytes.data(), &header, sizeof(header));
   remote_.with_links([&] { remote_.links_.links().send(frame, sizeof(header) + bytes); });
 }
 
 void LlRemotePipeline::send_record() {
-  for (const int rank : ranks()) {
-    if (!pipeline_.company().has(rank)) {
-      tell_outsider(rank);
-      continue;
-    }
+  for_company([this](int rank) {
     open(rank, Part::entry);
     send(rank, Part::entry, 0, 0);
-  }
+  });
 }
 
 void LlRemotePipeline::tell_outsider(int rank) {
@@ -114,12 +110,14 @@ bool LlRemotePipeline::is_telling(int rank, std::uint64_t epoch) const {
   return outsider.frame == kUntold || !links.is_sent(neighbour, outsider.frame);
 }
 
-// A message says that its sender leaves this rank out.
-void LlRemotePipeline::note_refusal(const LlRemoteHeader& header, bool is_outsider) {
-  const std::uint64_t before = is_outsider ? header.items - 1u : 0;
-  std::uint64_t& from = left_out_[at(header.source)];
-  from = std::min(from, header.epoch - std::min(before, header.epoch - 1));
-  remote_.masks_.refuse(header.source);
+// The message's sender leaves this rank out, or is out of step with it. A message of try_to_tell()
+// says since when; senders of others have not been in a reset since.
+void LlRemotePipeline::note_left_out(const LlRemoteMessage& message) {
+  const LlRemoteHeader& header = message.header;
+  const std::uint64_t operations = message.body.empty() && header.items > 0 ? header.items : 1;
+  std::uint64_t& from = left_out_from_[at(header.source)];
+  from = std::min(from, header.epoch - std::min(operations, header.epoch) + 1);
+  remote_.masks_.note_masked_by(header.source);
 }
 
 const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t epoch) const {
@@ -129,18 +127,17 @@ const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t
   return found.here && found.message.header.epoch == epoch ? &found.message : nullptr;
 }
 
-// Not so messages of an operation that this rank has left without them, as its own call had failed;
-// nor, in groups that mask, those of a rank that is left out, or leaves this one out.
-bool LlRemotePipeline::is_wanted(const LlRemoteMessage& message) {
+// Takes note of what a message says of its sender, and returns whether it is of use. It is not if
+// this rank has left its operation without it, as its own call had failed; nor, in groups that
+// mask, if its sender is left out, or leaves this rank out.
+bool LlRemotePipeline::hear(const LlRemoteMessage& message) {
   const std::uint64_t epoch = message.header.epoch;
-  const int source = message.header.source;
   const bool is_past = epoch <= pipeline_.taken();
   if (!remote_.masks_.masks_lost_peers() || resetting_ || epoch <= base_) return !is_past;
-  const bool refuses = message.header.record.mask.has(remote_.comm_.rank());
+  const bool leaves_out = message.header.record.mask.has(remote_.comm_.rank());
   const bool too_early = epoch > pipeline_.taken() + stages();
-  if (refuses || too_early)
-    note_refusal(message.header, refuses && message.body.empty() && message.header.items > 0);
-  return !is_past && !refuses && pipeline_.expects(source, epoch);
+  if (leaves_out || too_early) note_left_out(message);
+  return !is_past && !leaves_out && pipeline_.expects(message.header.source, epoch);
 }
 
 void LlRemotePipeline::take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message) {
@@ -148,7 +145,7 @@ void LlRemotePipeline::take_in(const net::Links::Chunk& chunk, const LlRemoteMes
   const Part part = message.header.kind == LlRemoteKind::sums ? Part::sums : Part::entry;
   if (chunk.frame != frame_of(part, epoch)) message.refuse("its frame is another operation's");
   if (part == Part::entry && epoch > base_) ++entries_[at(chunk.neighbour)];
-  if (!is_wanted(message)) return remote_.links_.links().give_back(chunk);
+  if (!hear(message)) return remote_.links_.links().give_back(chunk);
   Arrived& place = arrived(static_cast<std::size_t>(part), epoch, chunk.neighbour);
   // Its place is free when this rank has taken the operation that was there.
   const bool too_early = epoch > pipeline_.taken() + stages() && !resetting_;
@@ -173,11 +170,9 @@ void LlRemotePipeline::restart(std::uint64_t epoch) {
   resetting_ = false;
   base_ = epoch;
   const RankBits masked = remote_.masks_.masked();
-  for (const int rank : ranks()) {
-    if (masked.has(rank)) continue;
-    left_out_[at(rank)] = kNever;
-    outsiders_[at(rank)] = {};
-  }
+  for (const int rank : ranks())
+    if (!masked.has(rank)) left_out_from_[at(rank)] = kNever;
+  std::ranges::fill(outsiders_, Outsider{});
   std::ranges::fill(entries_, epoch);
   remote_.with_links([&] {
     for (std::size_t part = 0; part < parts(); ++part) {
@@ -185,7 +180,7 @@ void LlRemotePipeline::restart(std::uint64_t epoch) {
         if (!place.here) continue;
         const bool counts = part == 0 && place.message.header.epoch > epoch;
         if (counts) ++entries_[at(place.chunk.neighbour)];
-        if (is_wanted(place.message)) {
+        if (hear(place.message)) {
           bring_entry(place.message);
           continue;
         }
@@ -219,14 +214,14 @@ LlRemote::LlRemote(const LlGroup& group, const Turns& turns)
               .frame_bytes = std::max(longest_ll_message(group.config()), sizeof(ResetMessage))}),
       pipelines_{LlRemotePipeline(*this, turns.dispatches, LlKind::dispatch),
                  LlRemotePipeline(*this, turns.combines, LlKind::combine)},
-      reset_(links_.links(), ranks_, first_reset_frame(group.config())) {
+      reset_(links_.links(), ranks_, neighbour_of_, first_reset_frame(group.config())) {
   comm_.collective().agree(LlFamily::kCreate, [&] {
     neighbour_of_.resize(at(comm_.num_ranks()), -1);
     for (std::size_t p = 0; p < ranks_.size(); ++p)
       neighbour_of_[at(ranks_[p])] = static_cast<int>(p);
     for (LlRemotePipeline& pipeline : pipelines_) {
       pipeline.entries_.resize(ranks_.size());
-      pipeline.left_out_.resize(at(comm_.num_ranks()), kNever);
+      pipeline.left_out_from_.resize(at(comm_.num_ranks()), kNever);
       pipeline.outsiders_.resize(at(comm_.num_ranks()));
       for (std::size_t part = 0; part < pipeline.parts(); ++part) {
         pipeline.open_[part].resize(ranks_.size());

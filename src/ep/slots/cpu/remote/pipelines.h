@@ -44,9 +44,10 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   bool holds(int rank, std::uint64_t epoch) const override {
     return find(rank, Part::entry, epoch) != nullptr;
   }
+  void tell_outsider(int rank) override;
   bool is_telling(int rank, std::uint64_t epoch) const override;
   bool leaves_out(int rank, std::uint64_t epoch) const override {
-    return epoch >= left_out_[at(rank)];
+    return epoch >= left_out_from_[at(rank)];
   }
   void restart(std::uint64_t epoch) override;
 
@@ -59,9 +60,12 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   void send(int rank, Part part, std::uint64_t items, std::size_t bytes);
   // Tells of an operation that brings nothing.
   void send_record();
-  // Tells a rank that is not of the company that this one goes on without it, as soon as that can
-  // be done.
-  void tell_outsider(int rank);
+  // Calls visit(rank) for each remote rank of the operation's company.
+  template <class Visit>
+  void for_company(Visit&& visit) const {
+    for (const int rank : ranks())
+      if (pipeline_.company().has(rank)) visit(rank);
+  }
 
   // ---- The operation that is being received ----
 
@@ -95,10 +99,10 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   }
   std::uint64_t stages() const;
   void take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message);
-  bool is_wanted(const LlRemoteMessage& message);
+  bool hear(const LlRemoteMessage& message);
   void try_to_tell(int rank);
   void bring_entry(const LlRemoteMessage& message) const;
-  void note_refusal(const LlRemoteHeader& header, bool is_outsider);
+  void note_left_out(const LlRemoteMessage& message);
   // Everything that arrives from now on is kept until restart().
   void begin_reset();
   // Of all operations that this rank has sent: a rank that is in step sends each of them once.
@@ -110,8 +114,9 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   std::array<std::vector<net::Links::Frame>, kParts> open_;  // by neighbour
   std::array<std::vector<Arrived>, kParts> arrived_;         // [stage][neighbour]
   std::vector<std::uint64_t> entries_;                       // entries that have come, by neighbour
-  std::vector<std::uint64_t> left_out_;  // by rank: from this operation on it leaves this one out
-  std::vector<Outsider> outsiders_;      // by rank
+  std::vector<std::uint64_t> left_out_from_;  // by rank: the operation from which on it leaves this
+                                              // one out
+  std::vector<Outsider> outsiders_;           // by rank
   std::uint64_t base_ = 0;  // entries up to this operation do not count: it has been reset to that
   bool resetting_ = false;
 };

@@ -1,28 +1,25 @@
 #include "ep/slots/cpu/remote/reset.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "base/error.h"
 
 namespace xd::ep::cpu {
 
-LlRemoteReset::LlRemoteReset(net::Links& links, const std::vector<int>& ranks, int first_frame)
+LlRemoteReset::LlRemoteReset(net::Links& links, const std::vector<int>& ranks,
+                             const std::vector<int>& neighbour_of, int first_frame)
     : links_(links),
       ranks_(ranks),
+      neighbour_of_(neighbour_of),
       first_frame_(static_cast<unsigned>(first_frame)),
       rounds_(ranks.size()) {}
 
-int LlRemoteReset::neighbour_of(int rank) const {
-  return static_cast<int>(std::ranges::find(ranks_, rank) - ranks_.begin());
-}
-
 void LlRemoteReset::tell(int rank, std::size_t round, const turn::ResetRound& said) {
-  rounds_[at(neighbour_of(rank))][round] = {said, true};
+  rounds_[at(neighbour_of_[at(rank)])][round] = {said, true};
 }
 
 bool LlRemoteReset::has_told(int rank) const {
-  const int neighbour = neighbour_of(rank);
+  const int neighbour = neighbour_of_[at(rank)];
   for (std::size_t round = 0; round < kRounds; ++round) {
     if (rounds_[at(neighbour)][round].unsent) return false;
     if (!links_.is_sent(neighbour, frame_of(round))) return false;
@@ -54,10 +51,8 @@ void LlRemoteReset::send() {
       if (!round.unsent || !links_.is_free(p, frame_of(r))) continue;
       const auto taken = links_.take(p, {.first = frame, .end = frame + 1});
       XD_CHECK(taken.has_value());
-      const ResetMessage message{.round = static_cast<std::uint32_t>(r),
-                                 .source = links_.rank(),
-                                 .zero = 0,
-                                 .said = round.said};
+      const ResetMessage message{
+          .round = static_cast<std::uint32_t>(r), .source = links_.rank(), .said = round.said};
       std::memcpy(taken->bytes.data(), &message, sizeof(message));
       links_.send(*taken, sizeof(message));
       round.unsent = false;

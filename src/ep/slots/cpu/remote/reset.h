@@ -18,7 +18,6 @@ namespace xd::ep::cpu {
 struct ResetMessage {
   std::uint32_t round;
   std::int32_t source;  // the rank that has sent it
-  std::uint64_t zero;
   turn::ResetRound said;
 };
 static_assert(std::has_unique_object_representations_v<ResetMessage>);
@@ -29,8 +28,9 @@ class LlRemoteReset final : public turn::RemoteReset {
   // Frames that it takes of each neighbour.
   static int frames(const LlConfig& config) { return config.masks_lost_peers ? kRounds : 0; }
 
-  // `ranks` are the links' neighbours. Both outlive the object.
-  LlRemoteReset(net::Links& links, const std::vector<int>& ranks, int first_frame);
+  // `ranks` are the links' neighbours, which `neighbour_of` has by rank. All outlive the object.
+  LlRemoteReset(net::Links& links, const std::vector<int>& ranks,
+                const std::vector<int>& neighbour_of, int first_frame);
   void bring_to(turn::HostReset& reset) { reset_ = &reset; }
 
   const std::vector<int>& ranks() const override { return ranks_; }
@@ -49,11 +49,11 @@ class LlRemoteReset final : public turn::RemoteReset {
     turn::ResetRound said{};
     bool unsent = false;
   };
-  int neighbour_of(int rank) const;
   unsigned frame_of(std::size_t round) const { return first_frame_ + static_cast<unsigned>(round); }
 
   net::Links& links_;
   const std::vector<int>& ranks_;
+  const std::vector<int>& neighbour_of_;
   const unsigned first_frame_;
   turn::HostReset* reset_ = nullptr;
   std::vector<std::array<Round, kRounds>> rounds_;  // by neighbour
