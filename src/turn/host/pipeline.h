@@ -178,7 +178,7 @@ class HostPipeline : public HostCells<Record> {
   void wait_remote(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
   // Waits for remote ranks that need this one, where ranks may be masked. Its end is not theirs: a
   // rank that lets others wait here must not make this one late for them. A rank that is out of
-  // step gets a moment.
+  // step gets a moment, unless it has just been waited for.
   class Courtesy {
    public:
     explicit Courtesy(HostPipeline& pipeline)
@@ -187,7 +187,9 @@ class HostPipeline : public HostCells<Record> {
     void wait(int rank, HostWait site, Ready&& ready) const {
       const PeerMasks& masks = pipeline_.masks_;
       const auto is_over = [&] {
-        return masks.is_gone(rank) || (masks.is_out_of_step(rank) && moment_.passed());
+        const bool was_late = pipeline_.late_.has(rank);
+        return masks.is_gone(rank) ||
+               (masks.is_out_of_step(rank) && (was_late || moment_.passed()));
       };
       site.deadline = patience_;
       pipeline_.comm().wait(pipeline_.self(), site, [&] { return ready() || is_over(); });
@@ -219,10 +221,12 @@ class HostPipeline : public HostCells<Record> {
   const std::int32_t operation_;
   PeerMasks& masks_;
   std::vector<Record> records_;
-  std::vector<Held> held_;  // by stage
-  RankBits here_{};
+  std::vector<Held> held_;                            // by stage
+  RankBits here_{}, late_{};                          // late_: await() has waited for them in vain
   Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
   std::uint64_t sent_ = 0, taken_ = 0;
+  std::uint64_t restarted_at_ =
+      UINT64_MAX - 1;                 // the last operation before a reset, if there was one
   std::vector<int> others_;           // all ranks but this one, near ones first
   RemotePipeline* remote_ = nullptr;  // none: all ranks are near
 };
@@ -273,10 +277,12 @@ template <class Record>
 void HostPipeline<Record>::await(observe::WaitTimes& times) {
   const auto has_come = [this](int peer) { return is_here(peer, next()); };
   const observe::Span span(times.subject(), "wait for entries");
-  deadline_ = masks_.deadline();
+  // Peers may come out of a reset by a timeout later than this rank.
+  const bool first = next() == restarted_at_ + 1;
+  deadline_ = first ? masks_.deadline_behind_waits() : masks_.deadline();
   // The share of a rank that has been masked meanwhile counts if it has come.
   if (remote_ != nullptr && masks_.masks_lost_peers()) remote_->progress().poll();
-  here_ = {};
+  here_ = late_ = {};
   here_.add(this->self());
   records_[at(this->self())] = own_record();
   for (const int peer : others_) {
@@ -289,10 +295,15 @@ void HostPipeline<Record>::await(observe::WaitTimes& times) {
           return here;
         },
         [&] { return this->entered(peer, next()); });
-    if (!came) continue;
+    if (!came) {
+      if (deadline_.passed()) late_.add(peer);
+      continue;
+    }
     here_.add(peer);
     records_[at(peer)] = record_of(peer, next());
   }
+  // Peers may send what comes behind their entries behind waits for those of others.
+  if (masks_.masks_lost_peers()) deadline_ = masks_.deadline_behind_waits();
 }
 
 template <class Record>
@@ -375,7 +386,7 @@ void HostPipeline<Record>::rest(std::uint64_t epoch) {
 
 template <class Record>
 void HostPipeline<Record>::restart(std::uint64_t epoch) {
-  sent_ = taken_ = epoch;
+  sent_ = taken_ = restarted_at_ = epoch;
   for (const NearRank peer : peers()) {
     if (!masks_.masked().has(peer)) this->post_done_all(peer, epoch);
   }

@@ -86,10 +86,10 @@ class HostReset {
     // A rank may leave out others than its peers do: the second round brings it the numbers of
     // ranks that its peers know of.
     for (round_ = 0; round_ < kRounds; ++round_) {
-      // Each round has a deadline of its own: where a rank is missed in the first one, the others
-      // come to the second one just when the first one's deadline has passed.
+      // Each round has a deadline of its own, and the second one has time for a peer that has
+      // missed a rank in the first one.
       HostWait wait = site;
-      wait.deadline = masks_.deadline();
+      wait.deadline = round_ == 0 ? masks_.deadline() : masks_.deadline_behind_waits();
       const RankBits answered = exchange(wait, highest);
       for (const int peer : others_)
         if (answered.has(peer)) masks_.take_back(peer);

@@ -170,9 +170,13 @@ void LlRemotePipeline::restart(std::uint64_t epoch) {
   resetting_ = false;
   base_ = epoch;
   const RankBits masked = remote_.masks_.masked();
-  for (const int rank : ranks())
-    if (!masked.has(rank)) left_out_from_[at(rank)] = kNever;
-  std::ranges::fill(outsiders_, Outsider{});
+  for (const int rank : ranks()) {
+    Outsider& outsider = outsiders_[at(rank)];
+    outsider.frame = kUntold;  // it may never have been told, and is out since the same operation
+    if (masked.has(rank)) continue;
+    left_out_from_[at(rank)] = kNever;
+    outsider.since = 0;
+  }
   std::ranges::fill(entries_, epoch);
   remote_.with_links([&] {
     for (std::size_t part = 0; part < parts(); ++part) {
