@@ -357,11 +357,6 @@ void CudaGroup::tell_loads(const DLTensor* loads, std::int32_t clear, xd_stream 
 void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
-  if (slots_) {
-    const Tensor slots = slots_.to_slots(call.topk_idx, call.replica_hint, false, stream);
-    params.topk_idx = slots.data;
-    params.wide_ids = false;
-  }
   params.turn.launch = runner_.next_launch();
   params.scratch = scratch_.as<std::uint32_t>();
   params.experts = experts_;

@@ -231,8 +231,7 @@ PrepareParams prepare_params(const PrepareCall& call, const GroupView& view) {
   PrepareParams params{};
   params.turn.group = view.device;
   params.turn.record = record_of(call);
-  params.topk_idx = call.topk_idx.data;
-  params.wide_ids = call.topk_idx.type == DType::i64;
+  params.ids = BatchIds::of(view.group.config(), call.topk_idx, call.replica_hint);
   params.tokens = static_cast<int>(call.topk_idx.rows);
   params.topk = static_cast<int>(call.topk_idx.cols);
   params.alignment = call.alignment;

@@ -18,8 +18,7 @@ struct BareParams {
 
 struct PrepareParams {
   TurnParams turn;
-  const void* topk_idx;
-  bool wide_ids;  // int64
+  BatchIds ids;
   int tokens, topk, alignment, parts;
   std::byte* plan;
   PlanMap map;  // computed by the host: kernels have no registers to keep it in

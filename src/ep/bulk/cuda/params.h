@@ -88,7 +88,7 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   int kept_stride;                    // words per source
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
-  const SlotTableDevice* slots;       // nullptr = no logical experts
+  SlotTableDevice* slots;             // nullptr = no logical experts
 
   // A token's cells for partial sums. The plan's top-k decides, so that groups of another bound may
   // use the plan.

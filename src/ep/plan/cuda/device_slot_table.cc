@@ -10,9 +10,9 @@
 
 namespace xd::ep::cuda {
 
-// Byte offsets in a table's device memory. The image's words follow one another from `words` on.
+// Byte offsets in a table's device memory. The image's words follow one another from `lists` on.
 struct DeviceSlotTable::Layout {
-  std::uint64_t table, words, first, slots, loads, ids, end;
+  std::uint64_t table, lists, experts, slots, loads, ids, end;
 };
 
 DeviceSlotTable::Layout DeviceSlotTable::layout_of(const CommonConfig& config, bool counts_loads) {
@@ -20,11 +20,12 @@ DeviceSlotTable::Layout DeviceSlotTable::layout_of(const CommonConfig& config, b
   LayoutCursor cursor;
   Layout layout{};
   layout.table = cursor.add<SlotTableDevice>(1);
-  layout.words = cursor.add<std::int32_t>(at(config.experts));
-  layout.first = cursor.add<std::uint32_t>(logical + 1);
+  layout.lists = cursor.add<SlotList>(logical);
+  layout.experts = cursor.add<std::int32_t>(at(config.experts));
   layout.slots = cursor.add<std::uint32_t>(kMostChoices);
   layout.loads = cursor.add<std::uint64_t>(counts_loads ? at(config.ranks) * logical : 0);
-  layout.ids = cursor.add<std::int32_t>(at(config.max_tokens) * at(config.max_topk));
+  const bool is_bulk = counts_loads;  // its prepare looks slots up itself
+  layout.ids = cursor.add<std::int32_t>(is_bulk ? 0 : at(config.max_tokens) * at(config.max_topk));
   layout.end = cursor.at;
   return layout;
 }
@@ -41,30 +42,36 @@ DeviceSlotTable::DeviceSlotTable(const CommonConfig& config, const SlotTable& fi
   memory_ = xd::cuda::DeviceBuffer(device, layout.end, "a group's table of slots");
   told_ = xd::cuda::PinnedBlock(device, sizeof(std::uint64_t));
   std::byte* const base = memory_.data();
-  words_ = reinterpret_cast<std::uint32_t*>(base + layout.words);
-  first_ = reinterpret_cast<std::uint32_t*>(base + layout.first);
-  slots_ = reinterpret_cast<std::uint32_t*>(base + layout.slots);
+  XD_CHECK(layout.lists == layout.table + sizeof(SlotTableDevice));
+  lists_ = reinterpret_cast<SlotList*>(base + layout.lists);
   ids_ = reinterpret_cast<std::int32_t*>(base + layout.ids);
   SlotTableDevice table{};
   table.hash = first.hash();
-  table.experts = reinterpret_cast<const std::int32_t*>(base + layout.words);
+  table.experts = reinterpret_cast<const std::int32_t*>(base + layout.experts);
+  table.slots = reinterpret_cast<const std::uint32_t*>(base + layout.slots);
+  table.host_told = told_.as<std::uint64_t>();
   if (counts_loads) loads_ = reinterpret_cast<unsigned long long*>(base + layout.loads);
   table.loads = loads_;
   table.logical_experts = config.logical_experts;
   memory_.write(layout.table, &table, sizeof(table));
   const std::vector<std::uint32_t> words = words_of(first);
-  memory_.write(layout.words, words.data(), std::span(words).size_bytes());
+  memory_.write(layout.lists, words.data(), std::span(words).size_bytes());
 }
 
-// The experts by their slots' physical numbers, and the lists, in which slots go by the numbers
-// that a router without logical experts would name.
+// The lists, in which slots go by the numbers that a router without logical experts would name, and
+// the experts by their slots' physical numbers.
 std::vector<std::uint32_t> DeviceSlotTable::words_of(const SlotTable& table) const {
   std::vector<std::uint32_t> name(at(config_.experts));
   for (int slot = 0; slot < config_.experts; ++slot) {
     name[at(config_.map().physical_expert_of(slot))] = static_cast<std::uint32_t>(slot);
   }
-  std::vector<std::uint32_t> words(table.experts().begin(), table.experts().end());
-  words.insert(words.end(), table.firsts().begin(), table.firsts().end());
+  std::vector<std::uint32_t> words;
+  for (std::size_t e = 0; e + 1 < table.firsts().size(); ++e) {
+    const std::uint32_t first = table.firsts()[e], count = table.firsts()[e + 1] - first;
+    words.push_back(count);
+    words.push_back(count == 1 ? name[table.slots()[first]] : first);
+  }
+  words.insert(words.end(), table.experts().begin(), table.experts().end());
   for (const std::uint32_t slot : table.slots()) words.push_back(name[slot]);
   return words;
 }
@@ -91,7 +98,7 @@ SlotTableChange DeviceSlotTable::prepare_change(const SlotTable& table) {
   return {.image = image.words(),
           .image_words = static_cast<std::uint32_t>(words.size()),
           .image_read = image.read(),
-          .words = words_,
+          .words = reinterpret_cast<std::uint32_t*>(lists_),
           .hash = table.hash(),
           .table = device()};
 }

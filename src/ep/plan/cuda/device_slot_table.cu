@@ -7,6 +7,7 @@
 #include "cuda/ptx.cuh"
 #include "ep/plan/cuda/launch.cuh"
 #include "ep/plan/cuda/load.h"
+#include "ep/plan/cuda/slot_table.cuh"
 #include "ep/plan/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
@@ -19,32 +20,14 @@ int blocks_for(std::int64_t items) {
   return static_cast<int>(std::clamp<std::int64_t>(blocks, 1, kMostBlocks));
 }
 
-// int32 or int64.
-struct GivenNumbers {
-  const void* data;  // nullptr = not given
-  bool wide;         // int64
-
-  __device__ std::int64_t operator[](std::int64_t i) const {
-    return wide ? static_cast<const std::int64_t*>(data)[i]
-                : static_cast<const std::int32_t*>(data)[i];
-  }
-};
-
-GivenNumbers given(const Tensor& tensor) {
-  return {tensor ? tensor.data : nullptr, tensor.type == DType::i64};
-}
-
 // ---- Ids of logical experts --------------------------------------------------------------------
 
 struct ToSlotsParams {
   SlotTableDevice* table;
-  std::uint64_t* told;                 // the host's copy
-  const std::uint32_t *first, *slots;  // the lists of this rank's tokens
-  GivenNumbers ids, hints;             // [T,K], [T]
-  std::int64_t choices, topk;          // T * K
-  int logical_experts;
-  std::int32_t bad;  // an id of no slot
-  std::uint64_t rank;
+  BatchIds ids;
+  std::int64_t choices, topk;  // T * K
+  std::int32_t bad;            // an id of no slot
+  int rank;
   bool collapse;
   std::int32_t* out;  // [T,K]
 };
@@ -55,7 +38,7 @@ __device__ std::int32_t name_unplaced(const ToSlotsParams& p, std::int64_t choic
                                       unsigned long long& unplaced) {
 #pragma unroll 1
   for (std::int64_t before = choice - choice % p.topk; before < choice; ++before) {
-    if (p.ids[before] == id) return p.collapse ? -1 : p.bad;
+    if (id_at(p.ids, before) == id) return p.collapse ? -1 : p.bad;
   }
   ++unplaced;
   return -1;
@@ -64,31 +47,21 @@ __device__ std::int32_t name_unplaced(const ToSlotsParams& p, std::int64_t choic
 // Bad ids stay bad, and equal ids of a token become equal slots: the batch's kernel judges both.
 __device__ std::int32_t name_slot(const ToSlotsParams& p, std::int64_t choice,
                                   unsigned long long& unplaced) {
-  const std::int64_t id = p.ids[choice];
+  const std::int64_t id = id_at(p.ids, choice);
   if (id == -1) return -1;
-  if (id < 0 || id >= p.logical_experts) return p.bad;
-  const std::uint32_t begin = p.first[id], count = p.first[id + 1] - begin;
-  if (count == 0) return name_unplaced(p, choice, id, unplaced);
-  std::uint64_t entry = 0;
-  if (count > 1) {
-    const std::int64_t token = choice / p.topk;
-    const std::int64_t hint = p.hints.data != nullptr ? p.hints[token] : token;
-    entry = SlotTable::entry_of(static_cast<std::uint64_t>(hint), p.rank, count);
-  }
-  return static_cast<std::int32_t>(p.slots[begin + entry]);
+  if (id < 0 || id >= p.ids.experts) return p.bad;
+  const int slot = slot_of(p.table, p.ids, static_cast<int>(id), choice / p.topk, p.rank);
+  return slot != SlotTable::kNoSlot ? slot : name_unplaced(p, choice, id, unplaced);
 }
 
-// The last block tells the host, over PCIe, and only what has changed.
+// The last block tells the host.
 __device__ void tell_unplaced(const ToSlotsParams& p) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   // Release and acquire: the last block sees what all have added.
   if (ptx::add_acq_rel_gpu(&p.table->arrived, 1) + 1 != gridDim.x) return;
   p.table->arrived = 0;
-  const unsigned long long total = atomicAdd(&p.table->unplaced, 0ull);
-  if (total == p.table->told) return;
-  p.table->told = total;
-  ptx::st_relaxed_sys(p.told, total);
+  tell_unplaced(*p.table);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -138,16 +111,11 @@ Tensor DeviceSlotTable::to_slots(const Tensor& topk_idx, const Tensor& replica_h
   slots.type = DType::i32;
   slots.data = reinterpret_cast<std::byte*>(ids_);
   const ToSlotsParams params{.table = device(),
-                             .told = told_.as<std::uint64_t>(),
-                             .first = first_,
-                             .slots = slots_,
-                             .ids = given(topk_idx),
-                             .hints = given(replica_hint),
+                             .ids = BatchIds::of(config_, topk_idx, replica_hint),
                              .choices = topk_idx.rows * topk_idx.cols,
                              .topk = topk_idx.cols,
-                             .logical_experts = config_.logical_experts,
                              .bad = config_.experts,
-                             .rank = static_cast<std::uint64_t>(rank_),
+                             .rank = rank_,
                              .collapse = config_.collapse,
                              .out = ids_};
   if (params.choices == 0) return slots;

@@ -6,7 +6,7 @@
 //                     the kernel of a change, where all
 //                     ranks agree (slot_table.cuh)
 //   image of a table  the host, in the call of a change      that kernel
-//   ids               the kernel of to_slots()               the kernel of the batch, behind it
+//   ids               the kernel of to_slots()               dispatch of low latency, behind it
 //   loads             prepare                                the kernel of tell_loads()
 //
 // A group's operations come one after another on their streams, and no word is read while another
@@ -62,7 +62,8 @@ class DeviceSlotTable {
   }
 
   // Starts the kernel that puts slots in the place of the ids of a batch: [T,K] int32, in memory of
-  // the group that the next batch writes again. `dependent`: as of launch_dependent().
+  // the group that the next batch writes again. `dependent`: as of launch_dependent(). For dispatch
+  // of low latency, whose groups without a table would wait for its code (docs/internals).
   Tensor to_slots(const Tensor& topk_idx, const Tensor& replica_hint, bool dependent,
                   cudaStream_t stream) const;
 
@@ -91,7 +92,7 @@ class DeviceSlotTable {
   CommonConfig config_;
   int rank_ = 0, device_ = -1;
   xd::cuda::DeviceBuffer memory_;
-  std::uint32_t *words_ = nullptr, *first_ = nullptr, *slots_ = nullptr;
+  SlotList* lists_ = nullptr;
   std::int32_t* ids_ = nullptr;
   unsigned long long* loads_ = nullptr;
   xd::cuda::PinnedBlock told_;  // the host's copy of SlotTableDevice::told

@@ -3,12 +3,14 @@
 //
 //   memory     written by                      read by
 //   topk_idx   the caller, before the launch   the warp whose tokens they are
+//   its table  a change (slot_table.cuh)       that warp, where ids name logical experts
 //   ExpertMap  the group's host, when made     all warps, where the caller said who holds which
 //
 // It looks at no flag.
 #pragma once
 
 #include "ep/bulk/cuda/kernels.h"
+#include "ep/plan/cuda/slot_table.cuh"
 #include "ep/plan/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
@@ -17,6 +19,7 @@ namespace xd::ep::cuda {
 struct Pick {
   bool active;  // the lane has a choice
   bool good, bad;
+  bool unplaced;   // of a logical expert that has no slot: it is neither
   int token;       // token of this rank
   int first_lane;  // the token's first lane
   int physical_expert,
@@ -40,6 +43,8 @@ class Choices {
   __device__ static int blocks() { return gridDim.x > 1 ? static_cast<int>(gridDim.x) - 1 : 1; }
   // Whether this block does.
   __device__ static bool is_head() { return blockIdx.x == gridDim.x - 1; }
+
+  __device__ void count_unplaced() const { atomicAdd(&g_.slots->unplaced, 1ull); }
 
   // Calls body(pick) on all lanes for the choices of the warp's tokens, in order, as many tokens at
   // a time as the lanes hold. All lanes call it.
@@ -94,22 +99,24 @@ __device__ void Choices::for_each(Body&& body) const {
 // it has none.
 __device__ inline std::int64_t Choices::id_of_step(int first) const {
   if (!has_token(first)) return -1;
-  const std::int64_t at = std::int64_t{first} * p_.topk + lane_id();
-  return p_.wide_ids ? static_cast<const std::int64_t*>(p_.topk_idx)[at]
-                     : static_cast<const std::int32_t*>(p_.topk_idx)[at];
+  return id_at(p_.ids, std::int64_t{first} * p_.topk + lane_id());
 }
 
 // A choice is good if its id is an expert's and this row has not named that expert before. Other
 // choices than "none" are bad, except duplicates that the group collapses.
 __device__ inline Pick Choices::pick(int first, std::int64_t id) const {
-  Pick c{has_token(first), false, false, first + of_step_, of_step_ * p_.topk, -1, -1};
-  const bool inside = id >= 0 && id < g_.experts;
+  Pick c{has_token(first), false, false, false, first + of_step_, of_step_ * p_.topk, -1, -1};
+  const bool inside = id >= 0 && id < p_.ids.experts;
   const unsigned named = equal_in_group(static_cast<unsigned>(id), inside, c.first_lane, p_.topk);
   c.good = inside && (named & lower_lanes()) == 0;
   const bool repeated = inside && !c.good;
   c.bad = c.active && id != -1 && !c.good && !(repeated && g_.collapse);
+  if (!c.good) return c;
+  const int slot = slot_of(g_.slots, p_.ids, static_cast<int>(id), c.token, g_.rank());
+  c.unplaced = slot == SlotTable::kNoSlot;
+  c.good = !c.unplaced;
   if (c.good) {
-    c.physical_expert = p_.experts.physical_expert_of(static_cast<int>(id));
+    c.physical_expert = p_.experts.physical_expert_of(slot);
     c.rank = p_.experts.rank_at(c.physical_expert);
   }
   return c;

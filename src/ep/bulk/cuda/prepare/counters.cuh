@@ -111,6 +111,7 @@ __device__ inline void Counters::count(const Choices& choices) {
     if (lane_id() == 0 && bad != 0) {
       atomicAdd(&s_.bad_ids, static_cast<unsigned>(__popc(bad)));
     }
+    if (c.unplaced) choices.count_unplaced();
   });
   std::uint32_t* const counts = counts_of(static_cast<int>(blockIdx.x));
   publish(0, counts);

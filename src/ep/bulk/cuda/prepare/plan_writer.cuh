@@ -336,6 +336,8 @@ __device__ inline void PlanWriter::report_totals() const {
                                 : g_.layout.row_per_expert ? s_.dropped_rows
                                 : total > capacity         ? total - capacity
                                                            : 0;
+  // All blocks have added theirs before they published their counts.
+  if (g_.slots != nullptr) tell_unplaced(*g_.slots);
   if (zones_.bad_ids() == 0 && dropped == 0) return;
   g_.control->bad_ids += zones_.bad_ids();
   g_.control->dropped_rows += dropped;
