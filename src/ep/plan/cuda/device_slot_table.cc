@@ -43,6 +43,8 @@ DeviceSlotTable::DeviceSlotTable(const CommonConfig& config, const SlotTable& fi
   told_ = xd::cuda::PinnedBlock(device, sizeof(std::uint64_t));
   std::byte* const base = memory_.data();
   XD_CHECK(layout.lists == layout.table + sizeof(SlotTableDevice));
+  XD_CHECK(layout.experts == layout.lists + at(config.logical_experts) * sizeof(SlotList));
+  XD_CHECK(layout.slots == layout.experts + at(config.experts) * sizeof(std::int32_t));
   lists_ = reinterpret_cast<SlotList*>(base + layout.lists);
   ids_ = reinterpret_cast<std::int32_t*>(base + layout.ids);
   SlotTableDevice table{};

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "cuda/ptx.cuh"
 #include "ep/plan/cuda/launch.cuh"
 #include "ep/plan/cuda/load.h"
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Tensor DeviceSlotTable::to_slots(const Tensor& topk_idx, const Tensor& replica_hint, bool dependent,
                                  cudaStream_t stream) const {
+  XD_CHECK(loads_ == nullptr);  // of bulk groups, which have no room for ids
   Tensor slots = topk_idx;
   slots.type = DType::i32;
   slots.data = reinterpret_cast<std::byte*>(ids_);

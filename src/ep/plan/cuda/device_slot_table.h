@@ -8,6 +8,8 @@
 //   image of a table  the host, in the call of a change      that kernel
 //   ids               the kernel of to_slots()               dispatch of low latency, behind it
 //   loads             prepare                                the kernel of tell_loads()
+//   unplaced, told    prepare, the kernel of to_slots();     the same, later
+//                     blocks add to `unplaced` atomically
 //
 // A group's operations come one after another on their streams, and no word is read while another
 // operation may write it. So plain loads and stores do, but for two words that kernels and host

@@ -38,7 +38,7 @@ struct BatchIds {
   static BatchIds of(const CommonConfig& config, const Tensor& topk_idx, const Tensor& hints) {
     return {.data = topk_idx.data,
             .hints = hints ? hints.data : nullptr,
-            .experts = config.logical_experts > 0 ? config.logical_experts : config.experts,
+            .experts = config.num_ids(),
             .wide = topk_idx.type == DType::i64,
             .wide_hints = hints.type == DType::i64};
   }

@@ -3,7 +3,9 @@
 //
 //   memory     written by                      read by
 //   topk_idx   the caller, before the launch   the warp whose tokens they are
-//   its table  a change (slot_table.cuh)       that warp, where ids name logical experts
+//   its table  a change (slot_table.cuh)       that warp, where ids name logical experts; it also
+//                                              counts in it choices of experts without a slot
+//   hints      as topk_idx                     that warp, where experts have replicas
 //   ExpertMap  the group's host, when made     all warps, where the caller said who holds which
 //
 // It looks at no flag.
@@ -102,8 +104,9 @@ __device__ inline std::int64_t Choices::id_of_step(int first) const {
   return id_at(p_.ids, std::int64_t{first} * p_.topk + lane_id());
 }
 
-// A choice is good if its id is an expert's and this row has not named that expert before. Other
-// choices than "none" are bad, except duplicates that the group collapses.
+// A choice is good if its id is an expert's that has a slot, and this row has not named that expert
+// before. Other choices than "none" are bad, except duplicates that the group collapses, and those
+// of experts without a slot.
 __device__ inline Pick Choices::pick(int first, std::int64_t id) const {
   Pick c{has_token(first), false, false, false, first + of_step_, of_step_ * p_.topk, -1, -1};
   const bool inside = id >= 0 && id < p_.ids.experts;

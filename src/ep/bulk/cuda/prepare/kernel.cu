@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
   const Numbering numbering(p, turn, shared.base, choices, counters, exchange, zones);
   const PlanWriter writer(p, turn, shared, exchange, zones, state.writer);
   auto remote = make_remote_work<kRemote, RemotePrepare>(p, turn, shared);
-  bool good = turn.begin();
+  bool good = turn.begin(), counted = false;
   if (good) {
     turn.enter();
     if constexpr (kRemote) remote.meet();
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     exchange.clear();
     counters.count(choices);
     if (turn.arrive(1)) exchange.send();
-    good = turn.wait_arrivals(1);
+    good = counted = turn.wait_arrivals(1);
     if (good) counters.add_up_before();
     if constexpr (kRemote) {
       if (good) remote.exchange_counts();
@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
       writer.judge();
     }
   } else {
+    if (counted) writer.report_unplaced();
     turn.leave(remote);
   }
   turn.end(remote);

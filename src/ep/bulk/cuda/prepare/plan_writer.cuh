@@ -7,6 +7,8 @@
 //   outputs                      head block; rank_rows: all     the caller, later in the stream
 //   Shared, TurnShared::plan     this block                     this block; its report
 //   GroupState, Report: totals   the head block                 later operations; the host
+//   SlotTableDevice::unplaced    all blocks, as they count      the head, behind their arrival
+//   told and its host's copy     the head block                 later operations; the host
 //   items, lists, listed, kept   their source                   this rank, after its done flag
 //
 // The last row is group memory of this rank, and trusted behind Turn::wait_all_done(). Counts,
@@ -52,6 +54,9 @@ class PlanWriter {
   // placed and this rank has sent all that others need. All threads call it; it ends with a barrier
   // of the block.
   __device__ void judge() const;
+  // Tells the host of choices without a slot. All threads may call it, when all blocks have counted
+  // theirs.
+  __device__ void report_unplaced() const;
 
  private:
   template <class Word>
@@ -336,13 +341,18 @@ __device__ inline void PlanWriter::report_totals() const {
                                 : g_.layout.row_per_expert ? s_.dropped_rows
                                 : total > capacity         ? total - capacity
                                                            : 0;
-  // All blocks have added theirs before they published their counts.
-  if (g_.slots != nullptr) tell_unplaced(*g_.slots);
+  report_unplaced();
   if (zones_.bad_ids() == 0 && dropped == 0) return;
   g_.control->bad_ids += zones_.bad_ids();
   g_.control->dropped_rows += dropped;
   g_.report->total_bad_ids = g_.control->bad_ids;
   g_.report->total_dropped_rows = g_.control->dropped_rows;
+}
+
+// Also of a batch that comes to nothing. All blocks have arrived with their counts.
+__device__ inline void PlanWriter::report_unplaced() const {
+  if (g_.slots == nullptr || !Choices::is_head() || thread_in_block() != 0) return;
+  tell_unplaced(*g_.slots);
 }
 
 // All ranks add the same numbers.
